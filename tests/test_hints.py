@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -135,7 +136,8 @@ def test_nothing_below_host_memory_is_allowed_where_no_entry_can_be_read(
 def test_what_is_no_object_is_ignored(given: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert parse_hints(given) == NOTHING
     (line,) = caplog.messages
-    assert line == f"kv_transfer_params = {given!r} is ignored: give an object."
+    kind = type(given).__name__
+    assert line == f"kv_transfer_params = <{kind}> is ignored: give an object."
 
 
 @pytest.mark.parametrize(
@@ -372,6 +374,43 @@ def test_who_guesses_gets_no_cache_at_all(params: Any, salt: Any, reader: Counti
     assert read.skip
     assert read.namespace is None
     assert sum(reader.ignored) == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"tenant": [ACME]},
+        {"tenant": {"name": ACME}},
+        {"Tenant": ACME},
+        {"tenants": ACME},
+        json.dumps({"tenant": ACME}),
+        [{"tenant": ACME}],
+        {"tenant": ACME[:-1]},
+        {"tenant": ACME, "share": "mine", "priority": ACME[:1]},
+    ],
+    ids=str,
+)
+def test_no_log_line_shows_a_credential(
+    params: Any, reader: Counting, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    for _ in range(2):
+        reader.read(params)
+    assert caplog.messages or params == {"tenant": ACME, "share": "mine", "priority": ACME[:1]}
+    assert not any(ACME[5:25] in line or ACME[-20:-1] in line for line in caplog.messages)
+
+
+def test_a_key_with_a_line_break_is_not_logged(
+    plain: Counting, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain.read({"priority\n": 3, "\nretain_s": 3})
+    assert not any("\n" in line for line in caplog.messages)
+
+
+def test_a_tenant_that_cannot_be_read_may_be_a_private_one(reader: Counting) -> None:
+    for unreadable in ([ACME], {"name": "acme"}, 3):
+        assert reader.read({"tenant": unreadable}).skip
+        assert not reader.read({"tenant": unreadable}, None, ACME).skip
 
 
 def test_any_tenant_with_a_credential_may_ask_for_privacy(reader: Counting) -> None:

@@ -75,6 +75,8 @@ _MAX_KEYS, _MAX_ENTRIES = 64, 32
 of tiers that are read."""
 _MAX_NAME_LENGTH = 256
 """Of a longer name of a tenant, or a longer salt, only the beginning is looked at."""
+_CREDENTIAL_TOPICS = frozenset(("", "tenant", "not tenant"))
+"""Warnings about values that may hold a credential. The log shows only their types."""
 _MAX_WORD_LENGTH = 16
 """Longer than every word that a hint can have."""
 
@@ -175,13 +177,15 @@ class HintReader:
     WARNING, later ones at DEBUG, because otherwise a client could fill the log. Nothing that a
     client sends is kept. There are three exceptions, all for safety. If no entry of a list of tiers
     can be read, the list allows host memory alone. A request that names a private tenant without
-    its credential, or asks to be private and cannot, neither loads nor stores anything.
+    its credential, or asks to be private and cannot, neither loads nor stores anything. The same
+    holds if a tenant is private, and the hint `tenant` is no text: it may stand for that one.
     """
 
     def __init__(self, options: OffloadingOptions) -> None:
         """Raises `ConfigError` if the file of keys cannot be used."""
         self._rules = options.tenant_rules
         self._by_name = {rule.name: rule for rule in self._rules}
+        self._has_private = any(rule.is_private for rule in self._rules)
         path = options.tenant_key_file
         self._secrets = () if path is None else tuple(read_keys(path, "tenant_key_file"))
         self._namespaces = (
@@ -241,13 +245,16 @@ class HintReader:
         """Find the tenant, and the namespace of its blocks. A credential decides, if one of the two
         names is one."""
         name = given.get("tenant")
-        if name is not None and not isinstance(name, str):
+        is_readable = name is None or isinstance(name, str)
+        if not is_readable:
             self._ignore("tenant", name, "is ignored: give the name of a tenant.")
             name = None
         salt = cache_salt if isinstance(cache_salt, str) else None
         named = [self._named_by(text) for text in (name, salt) if text]
         proven = next((rule for rule, is_proven in named if is_proven), None)
         claimed = next((rule for rule, _ in named if rule is not None), None)
+        if not is_readable and proven is None and self._has_private:
+            return replace(self._with_rule(hints, self._rules.default), skip=True)
         rule = proven or claimed or self._rules.default
         if any(other is not None and other is not rule and other.is_private for other, _ in named):
             # Two tenants, one of them private: never store its blocks where the other finds them.
@@ -345,7 +352,9 @@ class HintReader:
 
     def _look_for_misspelt(self, given: Mapping[Any, Any]) -> None:
         for key in islice(given, _MAX_KEYS):
-            if isinstance(key, str) and len(key) <= _MAX_KEY_LENGTH and (meant := _meant_by(key)):
+            if not isinstance(key, str) or len(key) > _MAX_KEY_LENGTH or not key.isprintable():
+                continue
+            if meant := _meant_by(key):
                 what = f"is not read by kvtier: did you mean {meant}?"
                 self._warn(f"not {meant}", given[key], what, name=key)
 
@@ -362,7 +371,8 @@ class HintReader:
         if logger.isEnabledFor(level):
             key = topic if name is None else name
             where = f"kv_transfer_params.{key}" if key else "kv_transfer_params"
-            logger.log(level, "%s = %s %s", where, _shown(given), what)
+            shown = _type_of(given) if topic in _CREDENTIAL_TOPICS else _shown(given)
+            logger.log(level, "%s = %s %s", where, shown, what)
 
 
 _NO_CREDENTIAL = (
@@ -425,4 +435,8 @@ def _shown(given: object) -> str:
     try:
         return _brief.repr(given)[:200]
     except Exception:  # such as an int of too many digits
-        return f"<{type(given).__name__}>"
+        return _type_of(given)
+
+
+def _type_of(given: object) -> str:
+    return f"<{type(given).__name__}>"

@@ -3,6 +3,7 @@ say about their blocks counts among the blocks of their own tenant alone."""
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterable, Set
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import ConfigError, OffloadingOptions
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy
 from kvtier.cpu.policies.factory import CachePolicyFactory
 from kvtier.cpu.policies.tenants import BlockQuota, Tenancy
@@ -191,6 +193,20 @@ def test_a_reset_empties_all_accounts() -> None:
     assert cache.num_blocks(1) == 100
 
 
+def test_what_arc_remembers_of_all_tenants_is_bounded_by_the_cache() -> None:
+    num_tenants = 20
+    cache = SharedCache(CAPACITY, *[(0, CAPACITY)] * num_tenants, policy="arc")
+    for number in range(100):
+        for tenant in range(num_tenants):
+            cache.run(tenant, prompt_of(f"{tenant}-{number}", 10), priority=number % 10)
+    remembered = 0
+    for account in cache.policy.accounts:
+        for shelf in account.shelves.values():
+            assert isinstance(shelf.policy, ARCCachePolicy)
+            remembered += len(shelf.policy.b1) + len(shelf.policy.b2)
+    assert remembered <= 10 * CAPACITY, "200 policies would remember 200 times as many"
+
+
 # --- blocks that two tenants use ----------------------------------------------------------------
 
 
@@ -221,6 +237,18 @@ def test_a_tenant_at_its_cap_gives_a_block_for_one_that_it_gets() -> None:
     assert cache.num_blocks(1) <= 50
 
 
+def test_a_tenant_gives_no_newer_block_for_one_that_it_has_not_used_for_long() -> None:
+    cache = SharedCache(CAPACITY, (0, 150), (50, 50))
+    old, work = prompt_of("old", 30), prompt_of("work", 50)
+    cache.run(0, old)
+    cache.run(1, old)
+    for start in range(0, 50, 10):
+        cache.run(1, work[start : start + 10])
+    fill(cache, 0, 40)
+    assert all(cache.has(work))
+    assert not any(cache.has(old))
+
+
 def test_an_owner_that_uses_a_shared_block_again_keeps_it() -> None:
     cache = SharedCache(CAPACITY, (0, CAPACITY), (0, 50))
     head = prompt_of("head", 20)
@@ -231,6 +259,24 @@ def test_an_owner_that_uses_a_shared_block_again_keeps_it() -> None:
     assert cache.num_blocks(0) == 0
     fill(cache, 1, 30)
     assert not any(cache.has(head))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_tenant_cannot_keep_its_blocks_in_the_floor_of_another(policy: str) -> None:
+    """Tenant 1 works with 40 blocks, and has a floor of 50. Tenant 0 uses over and over what
+    tenant 1 has stored once."""
+    hits = {}
+    for has_attack in (False, True):
+        cache = SharedCache(100, (0, 100), (50, 50), policy=policy)
+        documents = prompt_of("documents", 30)
+        cache.run(1, documents)
+        hits[has_attack] = 0
+        for number in range(60):
+            for _ in range(3 * has_attack):
+                cache.run(0, documents)
+            hits[has_attack] += cache.run(1, prompt_of(f"work-{number % 4}", 10))
+        assert cache.num_blocks(1) <= 50
+    assert hits[True] >= hits[False] >= 500
 
 
 # --- priority -----------------------------------------------------------------------------------
@@ -342,6 +388,30 @@ def test_a_longer_retention_wins_and_a_shorter_one_changes_nothing() -> None:
     assert not any(cache.has(prompt))
 
 
+def test_retaining_again_and_again_takes_no_memory() -> None:
+    clock = Clock()
+    cache = SharedCache(CAPACITY, (0, CAPACITY), clock=clock)
+    prompt = prompt_of("paused", 20)
+
+    def retain_for_an_hour(num_times: int) -> None:
+        for number in range(num_times):
+            clock.now += 1 / 1000
+            cache.run(0, prompt, retain_s=3600.0, drop=number % 3 == 0)
+
+    retain_for_an_hour(100)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        retain_for_an_hour(2000)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 50_000
+    clock.now += 3602
+    fill(cache, 0, 100)
+    assert not any(cache.has(prompt))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_dropped_blocks_leave_first(policy: str) -> None:
     cache = SharedCache(CAPACITY, (0, CAPACITY), policy=policy)
@@ -365,6 +435,21 @@ def test_what_another_prompt_shares_is_not_dropped() -> None:
     cache.run(0, prompt_of("new", 20))
     assert not any(cache.has(prompt_of("one", 10)))
     assert all(cache.has(system + prompt_of("two", 10)))
+
+
+def test_what_a_running_request_shares_is_not_dropped() -> None:
+    cache = SharedCache(CAPACITY, (0, CAPACITY))
+    system, ended = prompt_of("system", 10), prompt_of("ended", 10)
+    running = request_of(0, "running")
+    cache.manager.on_new_request(running)
+    for part in (system, prompt_of("running", 10)):
+        output = cache.manager.prepare_store(part, running)
+        assert output is not None
+        cache.manager.complete_store(output.keys_to_store, running)
+    cache.run(0, system + ended)
+    cache.run(0, system + ended, drop=True)
+    blocks = cache.policy.blocks
+    assert [blocks[key].charge.rank for key in system + ended] == [5] * 10 + [-1] * 10
 
 
 def test_what_another_tenant_uses_is_not_dropped() -> None:

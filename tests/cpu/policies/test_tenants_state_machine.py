@@ -243,13 +243,13 @@ class SharedTier(RuleBasedStateMachine):
         accounts = self.tenants.accounts
         assert sum(len(account.retained) for account in accounts) <= MAX_RETAINED * self.num_blocks
         for account in accounts:
-            assert account.retained.keys() <= self.tenants.blocks.keys()
+            assert set(account.retained) <= self.tenants.blocks.keys()
             shelf = account.shelves.get(10)
             assert len(account.retained) == (shelf.num_blocks if shelf else 0)
 
     @invariant()
     def heirs_are_other_tenants(self) -> None:
-        for key, heir in self.tenants._shelves.heirs.items():
+        for key, (heir, _) in self.tenants._shelves.heirs.items():
             assert self.tenants.blocks[key].charge.account is not heir.account
 
     @precondition(lambda self: any(account.retained for account in self.tenants.accounts))

@@ -6,10 +6,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvtier.base import OffloadKey, make_offload_key
 from kvtier.config import ConfigError
 from kvtier.config.tenants import TenantRule
 from kvtier.cpu.policies.tenants import TenantPolicy, tenant_tag
@@ -100,6 +102,24 @@ def test_the_next_engine_knows_whose_blocks_they_are(tmp_path: Path) -> None:
         assert charged(engine)["acme"] in range(FLOOR, CAP + 1)
 
 
+def test_a_block_that_was_handed_over_stays_with_its_new_owner(tmp_path: Path) -> None:
+    """Otherwise what another tenant uses would take the floor of the one that stored it."""
+    path = tmp_path / "kv.slab"
+    with shared_engine(path) as engine:
+        serve(engine, ACME, 0, 2)
+        for number in range(2):
+            engine.serve(prompt(ACME, number), tenant=BATCH)
+            engine.settle()
+        serve(engine, ACME, 10, CAP // 4)
+        before = charged(engine)
+        assert before == {"default": 0, "acme": CAP, "batch": 8}
+        for number in range(2):
+            engine.serve(prompt(ACME, number), tenant=BATCH)
+            engine.settle()
+    with shared_engine(path) as engine:
+        assert charged(engine) == before
+
+
 def test_a_lower_cap_drops_the_least_recently_used_blocks_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "kv.slab"
     with shared_engine(path) as engine:
@@ -111,6 +131,24 @@ def test_a_lower_cap_drops_the_least_recently_used_blocks_at_the_start(tmp_path:
         assert serve(engine, ACME, 4, 2) == 8
         serve(engine, BATCH, 0, 30)
         assert sum(charged(engine).values()) == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("num_left", [6, 9])
+def test_moved_blocks_keep_their_owners(num_left: int, tmp_path: Path) -> None:
+    """A slab gets smaller. Its keys are too long for the index."""
+    path = tmp_path / "kv.slab"
+    rules: dict[str, Any] = {"acme": {}, "batch": {}}
+
+    def keys_of(tenant: TenantRule) -> list[OffloadKey]:
+        return [make_offload_key(f"{tenant.name:-^60}{n}".encode(), 0) for n in range(6)]
+
+    with configured_engine(path, num_rows=NUM_ROWS, num_blocks=12, tenants=rules) as engine:
+        for tenant in (BATCH, ACME):
+            engine.serve(keys_of(tenant), tenant=tenant)
+            engine.settle()
+        assert charged(engine) == {"default": 0, "acme": 6, "batch": 6}
+    with configured_engine(path, num_rows=NUM_ROWS, num_blocks=num_left, tenants=rules) as engine:
+        assert charged(engine) == {"default": 0, "acme": 6, "batch": num_left - 6}
 
 
 def test_blocks_of_a_tenant_without_a_rule_are_those_of_the_default(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ class CachePolicy(ABC):
 
     def __init__(self, cache_capacity: int) -> None:
         self.cache_capacity = cache_capacity
+        """The most blocks that the policy may have. With tenants, it changes before evictions: a
+        policy that remembers evicted blocks keeps at most as many."""
         self.blocks: dict[OffloadKey, BlockStatus] = {}
         """Every resident block. A policy that keeps them elsewhere must override `get`."""
 

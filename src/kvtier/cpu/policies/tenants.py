@@ -15,9 +15,10 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Reversible, Sequence, Set
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, islice
+from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -96,11 +97,13 @@ class Tenancy(NamedTuple):
 class Shelf:
     """The blocks of one tenant that have the same rank, with an eviction policy of their own."""
 
-    __slots__ = ("account", "num_blocks", "num_idle", "policy", "rank", "weight")
+    __slots__ = ("account", "most", "num_blocks", "num_idle", "policy", "rank", "weight")
 
     def __init__(self, account: Account, policy: CachePolicy, rank: int) -> None:
         self.account = account
         self.policy = policy
+        self.most = policy.cache_capacity
+        """The most blocks that the tenant may have."""
         self.rank = rank
         """A priority. Blocks of `_DROPPED` leave before all others, those of `_RETAINED`
         after all others."""
@@ -111,11 +114,31 @@ class Shelf:
         self.num_idle = 0
         """Blocks that can be evicted."""
 
+    def insert_run(
+        self,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[BlockStatus],
+        brought: Collection[OffloadKey],
+        context: ReqContext,
+    ) -> None:
+        """Add blocks to the policy. The caller counts them."""
+        policy = self.policy
+        policy.cache_capacity = max(policy.cache_capacity, self.num_blocks + len(blocks))
+        policy.insert_run(keys, blocks, brought, context)
+
     def evict(
-        self, n: int, protected: Set[OffloadKey], storing: Sequence[OffloadKey], context: ReqContext
+        self,
+        n: int,
+        protected: Set[OffloadKey],
+        storing: Sequence[OffloadKey],
+        context: ReqContext,
+        share: int,
     ) -> list[_Pair]:
         """Remove `n` blocks from the policy, or as many as it gives. `storing`: the blocks that
-        `context` is about to store here."""
+        `context` is about to store here. `share`: the part of the cache of one of all shelves."""
+        # A policy such as ARC remembers as many evicted blocks. Those of all shelves together must
+        # not be many times as many as the cache has.
+        self.policy.cache_capacity = min(self.most, self.num_blocks + share)
         num = min(n, self.num_idle)
         is_exact = False
         victims: list[_Pair] = []
@@ -136,6 +159,63 @@ class Shelf:
                 own = sum(block.charge is self and block.ref_cnt == 0 for block in kept)
                 num = min(num, self.num_idle - own)
         return victims
+
+
+class Retained:
+    """The retained blocks of one tenant. What is kept is bounded by their number."""
+
+    def __init__(self) -> None:
+        self._ends: dict[OffloadKey, tuple[float, int]] = {}
+        """For each block: when its retention ends, and its rank then."""
+        self._by_second: dict[int, dict[OffloadKey, None]] = {}
+        """The blocks whose retention ends in the second before this one."""
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._ends
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return iter(self._ends)
+
+    def end_of(self, key: OffloadKey) -> tuple[float, int] | None:
+        """When the retention of a block ends, and its rank then; None if it is not retained."""
+        return self._ends.get(key)
+
+    def keep(self, key: OffloadKey, until: float, rank: int) -> None:
+        """Retain a block, or change its retention."""
+        self.discard(key)
+        self._ends[key] = until, rank
+        self._by_second.setdefault(ceil(until), {})[key] = None
+
+    def raise_rank(self, key: OffloadKey, rank: int) -> None:
+        """A retained block gets at least this rank when its retention ends."""
+        until, own = self._ends[key]
+        self._ends[key] = until, max(own, rank)
+
+    def discard(self, key: OffloadKey) -> None:
+        """End the retention of a block, if it is retained."""
+        ended = self._ends.pop(key, None)
+        if ended is not None:
+            second = ceil(ended[0])
+            keys = self._by_second[second]
+            del keys[key]
+            if not keys:
+                del self._by_second[second]
+
+    def take(self, second: int) -> dict[int, list[OffloadKey]]:
+        """End the retentions that end in the second before this one. Returns the blocks by rank."""
+        by_rank: dict[int, list[OffloadKey]] = {}
+        for key in self._by_second.pop(second, ()):
+            _, rank = self._ends.pop(key)
+            by_rank.setdefault(rank, []).append(key)
+        return by_rank
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._ends.clear()
+        self._by_second.clear()
 
 
 class Account:
@@ -170,8 +250,10 @@ class Account:
         """Blocks that stores of other tenants may evict."""
         self.guarded = 0
         """Blocks that count towards the floor."""
-        self.retained: dict[OffloadKey, tuple[float, int]] = {}
-        """For each block of the `_RETAINED` shelf: when its retention ends, and its rank then."""
+        self.retained = Retained()
+        """The blocks of the `_RETAINED` shelf."""
+        self.num_stored = 0
+        """Blocks that the tenant has stored, since the start."""
         self.num_lost = 0
         """Blocks that others' stores have evicted, since the start."""
 
@@ -192,9 +274,11 @@ class Account:
         storing: Sequence[OffloadKey],
         context: ReqContext,
         now: int,
+        share: int,
     ) -> list[_Pair]:
         """Remove `n` blocks from the policies, or as many as they give; dropped ones first,
-        retained ones last. `target`: where `context` is about to store the blocks `storing`."""
+        retained ones last. `target`: where `context` is about to store the blocks `storing`.
+        `share`: as for a shelf."""
         in_use = self._in_use()
         middle = [shelf for shelf in in_use if _DROPPED < shelf.rank < _RETAINED]
         shares: Iterable[tuple[Shelf, int]] = [(shelf, n) for shelf in middle]
@@ -209,12 +293,12 @@ class Account:
             num = min(n - len(victims), most)
             if num > 0:
                 keys = storing if shelf is target else ()
-                victims += shelf.evict(num, protected, keys, context)
+                victims += shelf.evict(num, protected, keys, context, share)
         self.num_blocks -= len(victims)
         self.num_idle -= len(victims)
         if self.retained:
             for key, _ in victims:
-                self.retained.pop(key, None)
+                self.retained.discard(key)
         return victims
 
     def _in_use(self) -> list[Shelf]:
@@ -309,8 +393,13 @@ class _Shelves:
         """Counts uses and stored blocks."""
         self.lendable = self.guarded = 0
         """Sums over all accounts."""
-        self.heirs: dict[OffloadKey, Shelf] = {}
-        """Who has used a block last, if that is not the tenant that is charged for it."""
+        self.num_policies = 0
+        """The shelves of all accounts."""
+        self.heirs: dict[OffloadKey, tuple[Shelf, int]] = {}
+        """Who has used a block last, if that is not the tenant that is charged for it, and the
+        number of blocks that this tenant had stored until then."""
+        self.on_handed_over: Callable[[Sequence[BlockStatus], str], None] | None = None
+        """See `TenantPolicy.on_handed_over`."""
         self._visits: dict[str, dict[Shelf, None]] = {}
         """By request: the shelves whose policies know it."""
 
@@ -375,7 +464,7 @@ class _Shelves:
         keys = [block.key for block in blocks]
         for block in idle:
             block.ref_cnt = 1
-        target.policy.insert_run(keys, blocks, keys, context)
+        target.insert_run(keys, blocks, keys, context)
         self.visit(context, target)
         for block in blocks:
             block.charge = target
@@ -387,6 +476,7 @@ class _Shelves:
     def clear(self) -> None:
         """Forget all blocks."""
         self.blocks.clear()
+        self.num_policies = 0
         for account in self.accounts:
             account.shelves.clear()
             account.retained.clear()
@@ -407,9 +497,11 @@ class _Retention:
         self._shelves = shelves
         self._max_retained = max_retained
         self._clock = clock
-        self._expiring: list[tuple[float, int, Account, list[OffloadKey]]] = []
-        """A heap: deadline, a number that no other entry has, account, blocks."""
-        self._num_entries = 0
+        self._expiring: dict[int, dict[Account, None]] = {}
+        """The tenants with retentions that end in the second before this one. A tenant stays here
+        if its blocks leave earlier, so there is at most one entry for each tenant and second."""
+        self._seconds: list[int] = []
+        """A heap of the keys of `_expiring`."""
 
     def note_prompt(
         self, keys: list[OffloadKey], hints: RequestHints, home: Shelf, context: ReqContext
@@ -430,26 +522,29 @@ class _Retention:
         deadline = self._clock() + seconds
         retained = account.retained
         most = len(retained) + self._num_retainable(account)
-        kept: list[OffloadKey] = []
         moved: list[BlockStatus] = []
+        is_longer = False
         for key in dict.fromkeys(keys):
             block = blocks.get(key)
             if block is None or block.charge.account is not account:
                 continue
-            until, rank = retained.get(key, (0.0, block.charge.rank))
+            until, rank = retained.end_of(key) or (0.0, block.charge.rank)
             if key not in retained:
                 if len(retained) >= most:
                     break
                 moved.append(block)
             elif until >= deadline:
                 continue
-            retained[key] = (deadline, max(rank, home.rank))
-            kept.append(key)
+            retained.keep(key, deadline, max(rank, home.rank))
+            is_longer = True
         if moved:
             self._shelves.move(moved, account.shelf(_RETAINED), context)
-        if kept:
-            self._num_entries += 1
-            heapq.heappush(self._expiring, (deadline, self._num_entries, account, kept))
+        if is_longer:
+            second = ceil(deadline)
+            if second not in self._expiring:
+                self._expiring[second] = {}
+                heapq.heappush(self._seconds, second)
+            self._expiring[second][account] = None
 
     def _num_retainable(self, account: Account) -> int:
         """How many more blocks a tenant may retain now. The part of each floor that may be retained
@@ -461,22 +556,18 @@ class _Retention:
         return min(max(own, 0) + max(left, 0), int(share * account.cap) - len(account.retained))
 
     def expire(self) -> None:
-        """End the retentions whose time has come. Their blocks get the rank that their requests
-        gave them."""
-        if not self._expiring or self._expiring[0][0] > (now := self._clock()):
+        """End the retentions whose time has come, within a second. Their blocks get the rank that
+        their requests gave them."""
+        if not self._seconds or self._seconds[0] > (now := self._clock()):
             return
-        while self._expiring and self._expiring[0][0] <= now:
-            deadline, number, account, keys = heapq.heappop(self._expiring)
-            retained = account.retained
-            by_rank: dict[int, list[BlockStatus]] = {}
-            for key in keys:
-                until, rank = retained.get(key, (0.0, 0))
-                if until == deadline:
-                    del retained[key]
-                    by_rank.setdefault(rank, []).append(self._shelves.blocks[key])
-            context = ReqContext(f"kvtier ends retention {number}")
-            for rank, blocks in by_rank.items():
-                self._shelves.move(blocks, account.shelf(rank), context)
+        blocks = self._shelves.blocks
+        while self._seconds and self._seconds[0] <= now:
+            second = heapq.heappop(self._seconds)
+            context = ReqContext(f"kvtier ends retention {second}")
+            for account in self._expiring.pop(second):
+                for rank, keys in account.retained.take(second).items():
+                    moved = [blocks[key] for key in keys]
+                    self._shelves.move(moved, account.shelf(rank), context)
             self._shelves.end_visits((), context)
 
     def _drop(self, keys: list[OffloadKey], account: Account, context: ReqContext) -> None:
@@ -486,7 +577,7 @@ class _Retention:
         for block in _own_tail(keys, self._shelves.blocks):
             if block.charge.account is not account or block.key in self._shelves.heirs:
                 break
-            account.retained.pop(block.key, None)
+            account.retained.discard(block.key)
             if block.charge.rank != _DROPPED:
                 dropped.append(block)
         if dropped:
@@ -495,6 +586,7 @@ class _Retention:
     def clear(self) -> None:
         """Forget all blocks."""
         self._expiring.clear()
+        self._seconds.clear()
 
 
 class _Givers:
@@ -594,8 +686,10 @@ class _Eviction:
             return len(taken)
         by_heir: dict[Shelf, list[_Pair]] = {}
         for pair in taken:
-            heir = heirs.pop(pair[0], None)
-            if heir is None:
+            heir, num_stored = heirs.pop(pair[0], (None, 0))
+            # After as many stores as the heir may have blocks, it would have evicted the block
+            # itself. Then it must not give a newer one for it.
+            if heir is None or heir.account.num_stored - num_stored >= heir.account.cap:
                 self._victims.append(pair)
             else:
                 by_heir.setdefault(heir, []).append(pair)
@@ -621,12 +715,16 @@ class _Eviction:
             context = ReqContext("kvtier hands over blocks")
             self._shelves.put(kept, kept, heir, context)
             self._shelves.end_visits((), context)
+            if self._shelves.on_handed_over is not None:
+                self._shelves.on_handed_over(kept, account.name)
 
     def _evict(self, account: Account, n: int) -> list[_Pair]:
+        shelves = self._shelves
+        share = shelves.capacity // max(shelves.num_policies, 1)
         victims = account.evict(
-            n, self._protected, self._home, self._storing, self._context, self._shelves.now
+            n, self._protected, self._home, self._storing, self._context, shelves.now, share
         )
-        self._shelves.settle(account)
+        shelves.settle(account)
         return victims
 
 
@@ -666,6 +764,7 @@ class TenantPolicy(CachePolicy):
     def _policy_maker(self, most: int) -> Callable[[], CachePolicy]:
         def make() -> CachePolicy:
             policy = self._policy_cls(cache_capacity=most)
+            self._shelves.num_policies += 1
             if self._admits_all:
                 policy.admit_all()
             return policy
@@ -679,6 +778,11 @@ class TenantPolicy(CachePolicy):
             account = self.accounts[hints.tenant.index]
             self._last_context, self._last_home = context, account.shelf(hints.priority)
         return self._last_home
+
+    def on_handed_over(self, note: Callable[[Sequence[BlockStatus], str], None]) -> None:
+        """Call `note` with blocks that are charged to another tenant from now on, and its name.
+        `note` must not change the cache."""
+        self._shelves.on_handed_over = note
 
     def index_of(self, tag: int) -> int:
         """The tenant with this tag; 0 for one that has no rule now."""
@@ -768,13 +872,17 @@ class TenantPolicy(CachePolicy):
         account.used_at = now = self._shelves.now
         if len(account.shelves) > 1:  # otherwise nobody compares
             for block in filter(None, map(self.blocks.get, keys)):
-                block.used_at = now
+                if block.charge.account is account:
+                    block.used_at = now
 
     def _note_uses(
         self, keys: list[OffloadKey], brought: Iterable[OffloadKey], context: ReqContext
     ) -> Iterable[tuple[Shelf, list[OffloadKey]]]:
-        """A request uses these blocks. Returns the shelves that have them, with their keys.
-        `brought`: all keys of the request so far, in prompt order."""
+        """A request uses these blocks. Returns the shelves of its tenant that have them, with their
+        keys. `brought`: all keys of the request so far, in prompt order.
+
+        Only a tenant's own uses change the order of its blocks: nobody keeps blocks in another's
+        floor by using them."""
         home = self._home_of(context)
         self._stamp(keys, home.account)
         heirs = self._shelves.heirs
@@ -790,13 +898,14 @@ class TenantPolicy(CachePolicy):
             # The moved blocks come last in the policy's order. Restore that of the prompt.
             home.policy.touch(brought, context)
         parts: dict[Shelf, list[OffloadKey]] = {}
+        claim = home, home.account.num_stored
         for key, block in zip(keys, blocks, strict=True):
             shelf = home if block is None else block.charge
-            parts.setdefault(shelf, []).append(key)
-            if shelf.account is not home.account:
-                heirs[key] = home
-            else:
+            if shelf.account is home.account:
+                parts.setdefault(shelf, []).append(key)
                 heirs.pop(key, None)
+            else:
+                heirs[key] = claim
         for shelf in parts:
             self._shelves.visit(context, shelf)
         return parts.items()
@@ -814,8 +923,7 @@ class TenantPolicy(CachePolicy):
             if block.charge.rank < home.rank:
                 lower[block] = None
             elif block.charge.rank == _RETAINED:
-                until, rank = retained[block.key]
-                retained[block.key] = (until, max(rank, home.rank))
+                retained.raise_rank(block.key, home.rank)
         if lower:
             self._shelves.move(list(lower), home, context)
         return bool(lower)
@@ -853,14 +961,19 @@ class TenantPolicy(CachePolicy):
         req_context: ReqContext,
     ) -> None:
         home = self._home_of(req_context)
-        home.policy.insert_run(keys, blocks, brought, req_context)
+        home.insert_run(keys, blocks, brought, req_context)
         self._shelves.visit(req_context, home)
         self.blocks.update(zip(keys, blocks, strict=True))
         self._shelves.now += len(blocks)
         home.account.used_at = now = self._shelves.now
-        for block in blocks:
+        home.account.num_stored += len(blocks)
+        for block, following in zip(blocks, (*keys[1:], None), strict=True):
             block.charge = home
-            block.following = None
+            block.following = following
+        if len(brought) > len(keys) and isinstance(brought, Reversible):
+            # Note at once where prompts part: another one may be dropped before this request ends.
+            before = next(islice(reversed(brought), len(keys), None))
+            _note_forks([before, keys[0]], self.blocks)
         if len(home.account.shelves) > 1:
             for block in blocks:
                 block.used_at = now
@@ -870,7 +983,7 @@ class TenantPolicy(CachePolicy):
         block = self.blocks.pop(key)
         shelf: Shelf = block.charge
         shelf.policy.remove(key)
-        shelf.account.retained.pop(key, None)
+        shelf.account.retained.discard(key)
         self._shelves.heirs.pop(key, None)
         self._shelves.add(shelf, -1, -(block.ref_cnt == 0))
 

@@ -49,6 +49,8 @@ _MAGIC = b"KVTI"
 # sequence number, last use, namespace, length of the key, state, key
 _ENTRY = struct.Struct("<QQIBB42s")
 _ENTRY_BYTES = 64
+_LENGTH_AT = struct.calcsize("<QQI")
+_KEY_AT = _LENGTH_AT + 2
 _NO_ENTRY = bytes(_ENTRY_BYTES)
 _ENTRY_DTYPE = np.dtype(
     [
@@ -196,6 +198,18 @@ class IndexTable:
         page_no, offset = self._place(slot)
         _ENTRY.pack_into(self._memory, offset, seq, seq, tag, length, state, inline)
         self._changed[page_no] = 1
+
+    def set_owner(self, slots: Iterable[int], owner: int) -> None:
+        """Other tenants are charged for the blocks in these slots. Scheduler thread, for blocks
+        that are not being written. Keys too long for an entry keep the owner in their header."""
+        tag = owner.to_bytes(OWNER_BYTES, "little")
+        for slot in slots:
+            page_no, offset = self._place(slot)
+            length, state = self._memory[offset + _LENGTH_AT : offset + _KEY_AT]
+            if state == INLINE and length <= _OWNER_AT:
+                start = offset + _KEY_AT + _OWNER_AT
+                self._memory[start : start + OWNER_BYTES] = tag
+                self._changed[page_no] = 1
 
     def clear(self, slot: int) -> None:
         """Remove the slot's entry."""

@@ -164,6 +164,7 @@ class DiskSecondaryTierManager(SecondaryTierManager):
         self.capacity_blocks = geometry.num_slots
         policy_of = partial(new_policy, policy_cls, tenancy=self._tenancy)
         self._table = SlabTable(policy_of, geometry.num_slots, slab.first_seq)
+        self._table.note_owner = slab.index.set_owner
         tag = namespace_tag(self.fingerprint)
         populate(self._table, slab.index, slab.superblock.cut, tag)
         logger.info(

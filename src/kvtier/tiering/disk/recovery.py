@@ -250,19 +250,17 @@ def resize(
     new = np.zeros(wanted.num_slots, old.dtype)
     num_kept = min(len(old), len(new))
     new[:num_kept] = old[:num_kept]
-    moved: dict[int, bytes] = {}
+    moved: dict[int, int] = {}
     if len(new) < len(old):
         moved = _shrink(file, superblock, index, old, new, tag)
     index.close()
     resized.set_entries(new)
-    resized.long_keys |= {
-        slot: key
-        for slot, key in (index.long_keys | moved).items()
-        if slot < len(new) and new[slot]["state"] == IN_HEADER
-    }
-    resized.long_owners |= {
-        slot: owner for slot, owner in index.long_owners.items() if slot in resized.long_keys
-    }
+    for slot, source in ({slot: slot for slot in index.long_keys} | moved).items():
+        key = index.long_keys.get(source)
+        if key is not None and slot < len(new) and new[slot]["state"] == IN_HEADER:
+            resized.long_keys[slot] = key
+            if source in index.long_owners:
+                resized.long_owners[slot] = index.long_owners[source]
     write_index(file, resized)
     return resized
 
@@ -274,9 +272,9 @@ def _shrink(
     old: NDArray[np.void],
     new: NDArray[np.void],
     tag: int | None,
-) -> dict[int, bytes]:
+) -> dict[int, int]:
     """Choose the blocks to keep, move those behind the new end into free slots before it, and fill
-    in `new`. Returns the keys of moved blocks that are too long for the index, by new slot."""
+    in `new`. Returns the former slots of the moved blocks, by new slot."""
     occupied = np.flatnonzero(is_alive(old, superblock.cut))
     order = np.lexsort((old["used"][occupied], old["tag"][occupied] == tag))
     staying = occupied[order][-len(new) :]
@@ -295,13 +293,12 @@ def _shrink(
     )
     if sources:
         file.write(superblock.geometry.index_offset, bytes(len(index) * PAGE_BYTES))
-    long_keys: dict[int, bytes] = {}
+    moved: dict[int, int] = {}
     for source, target in zip(sources, targets, strict=False):
         if _move(file, superblock, source, target):
             new[target] = old[source]
-            if source in index.long_keys:
-                long_keys[target] = index.long_keys[source]
-    return long_keys
+            moved[target] = source
+    return moved
 
 
 def _move(file: SlabFile, superblock: Superblock, source: int, target: int) -> bool:

@@ -10,7 +10,7 @@ from itertools import islice
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.cpu.policies.base import WRITING, BlockStatus, CachePolicy
-from kvtier.cpu.policies.tenants import TenantPolicy
+from kvtier.cpu.policies.tenants import TenantPolicy, tenant_tag
 from kvtier.tiering.base import TierUsage
 
 __all__ = ["FreeSlots", "SlabBlock", "SlabTable"]
@@ -88,6 +88,9 @@ class SlabTable:
         """`new_policy`: makes an eviction policy for a number of slots."""
         self.num_slots = num_slots
         self._new_policy = new_policy
+        self.note_owner: Callable[[Sequence[int], int], None] = lambda *_: None
+        """Called with the slots of blocks that are charged to another tenant from now on, and its
+        tag. The manager sets it."""
         self._use_policy()
         self.readable: dict[OffloadKey, SlabBlock] = {}
         """Read-only for callers."""
@@ -105,6 +108,11 @@ class SlabTable:
     def _use_policy(self) -> None:
         self._policy = policy = self._new_policy(self.num_slots)
         self._tenants = policy if isinstance(policy, TenantPolicy) else None
+        if self._tenants is not None:
+            self._tenants.on_handed_over(self._note_handed_over)
+
+    def _note_handed_over(self, blocks: Sequence[BlockStatus], tenant: str) -> None:
+        self.note_owner([block.block_id for block in blocks], tenant_tag(tenant))
 
     @property
     def has_tenants(self) -> bool:
