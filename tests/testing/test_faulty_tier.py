@@ -284,6 +284,7 @@ def call(bench: Bench, method: str) -> Any:
         STORE: (job,),
         LOAD: (job,),
         "touch": (keys_of(1), REQUEST),
+        "drop": (keys_of(1), REQUEST),
         "missing": (keys_of(1), REQUEST),
         "on_new_request": (REQUEST,),
         "on_request_finished": (REQUEST,),

@@ -81,6 +81,7 @@ FAULTS_OF: dict[str, frozenset[FaultKind]] = {
     "get_finished_jobs": _ANSWER_FAULTS | {FaultKind.REORDER, FaultKind.UNKNOWN_JOB},
     "drain_jobs": _END_FAULTS,
     "touch": _RAISE,
+    "drop": _RAISE,
     "missing": _ANSWER_FAULTS,
     "on_new_request": _ANSWER_FAULTS,
     "on_request_finished": _RAISE,

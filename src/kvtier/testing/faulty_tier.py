@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvtier import seal
@@ -33,6 +33,7 @@ from kvtier.tiering.base import (
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
     from kvtier.config.namespace import NamespaceDescription
+    from kvtier.cpu.policies.tenants import Tenancy
     from kvtier.seal.keys import SealKeys
 
 __all__ = ["FaultyTier"]
@@ -214,6 +215,10 @@ class FaultyTier(SecondaryTierManager):
         self._fault_of("touch")
         self.tier.touch(keys, req_context)
 
+    def drop(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._fault_of("drop")
+        self.tier.drop(keys, req_context)
+
     def missing(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
         return self._answer("missing", lambda: self.tier.missing(keys, req_context))
 
@@ -289,6 +294,13 @@ class FaultyTier(SecondaryTierManager):
     @property
     def capacity_blocks(self) -> int | None:  # type: ignore[override]
         return self.tier.capacity_blocks
+
+    @property
+    def keeps_quotas(self) -> bool:  # type: ignore[override]
+        return self.tier.keeps_quotas
+
+    def tenancy(self, keys: Mapping[str, Any], num_blocks: int) -> Tenancy | None:
+        return self.tier.tenancy(keys, num_blocks)
 
     @property
     def medium(self) -> Medium | None:  # type: ignore[override]

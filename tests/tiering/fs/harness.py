@@ -72,8 +72,14 @@ def du(root: Path) -> int:
 
 
 def block_files(root: Path) -> list[Path]:
-    """The files of all published blocks."""
-    return sorted(path for path in (root / "blocks").glob("*/*/*") if path.is_file())
+    """The files of all published blocks. Works while blocks are being removed."""
+    found = (
+        Path(directory, name)
+        for directory, _, names in os.walk(root / "blocks")
+        for name in names
+        if len(Path(directory).relative_to(root / "blocks").parts) == 2
+    )
+    return sorted(path for path in found if path.is_file())
 
 
 def silent_files(tier: SecondaryTierManager) -> AbstractContextManager[None]:
