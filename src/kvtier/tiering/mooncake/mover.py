@@ -213,9 +213,9 @@ class _MooncakeMover(BlockMover):
         """For each block, where its parts are."""
         if self._server.copies:
             return [[area.address_of(number)] for number in range(len(pieces))]
-        base, row_bytes, seals = self._pool.address, self._row_bytes, area.address
+        base, row_bytes = self._pool.address, self._row_bytes
         return [
-            [seals + number * SEAL_BYTES, base + row * row_bytes]
+            [area.address_of(number), base + row * row_bytes]
             for number, (row, _) in enumerate(pieces)
         ]
 

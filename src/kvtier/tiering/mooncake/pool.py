@@ -1,12 +1,12 @@
 """This engine's membership in a Mooncake pool: the client, and when it may be called.
 
-The client is a C++ library in this process. Three of its properties decide what is written here:
+The client is a C++ library in this process. Four of its properties decide what is written here:
 
 - A call cannot be interrupted. `Pool.ask` lets a thread of its own make the call, so that the
   caller waits for a bounded time; lanes that hang are replaced (`kvtier.tiering.remote.lane`).
 - A transfer that fails by the library's own time limit of 60 s goes on: a host that wakes up later
-  still writes into the slots. `Pool.use` then replaces the client, and only when the old one is
-  closed, which ends its transfers, does the call count as ended.
+  still writes into the slots. `Pool.replace_if_in_doubt` then replaces the client, and only when
+  the old one is closed, which ends its transfers, does the call count as ended.
 - A call of a closed client ends the process. So a client is closed when all calls of it have ended.
 - `setup` and `close` let no other Python thread run. While the master is silent or gone, they take
   up to 15 s. So they are called only after the master has answered. If etcd has named the master,
@@ -322,7 +322,7 @@ class Pool:
         """True when no client is left open."""
         self._askers: list[_Asker] = []
         """Threads that have nothing to ask."""
-        self._asked: dict[_Question[Any], _Asker] = {}
+        self._asked: set[_Question[Any]] = set()
         """Questions under way."""
         self._thread = threading.Thread(target=self._run, name="kvtier-mooncake", daemon=True)
 
@@ -389,7 +389,7 @@ class Pool:
                 raise ServerFailure(FailureKind.SILENT, "earlier questions are still not answered")
             asker = self._askers.pop() if self._askers else _Asker(self)
             asked = _Question(question)
-            self._asked[asked] = asker
+            self._asked.add(asked)
         asker.take(asked)
         return asked.answer()
 
@@ -399,7 +399,7 @@ class Pool:
     def has_answered(self, asker: _Asker, question: _Question[Any]) -> bool:
         """A question's call has ended. True if its thread may take another one. Called by it."""
         with self._changed:
-            self._asked.pop(question, None)
+            self._asked.discard(question)
             if not self._is_closing:
                 self._askers.append(asker)
             return not self._is_closing
