@@ -21,6 +21,7 @@ __all__ = [
     "cgroup_limits",
     "filesystem_limit",
     "machine_limit",
+    "memory_limits",
     "require_room",
 ]
 
@@ -86,8 +87,7 @@ def require_room(
 
 def _limits(asked: int, directory: str) -> Iterator[RoomLimit]:
     yield from filesystem_limit(asked, directory)
-    yield from machine_limit()
-    yield from cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    yield from memory_limits()
 
 
 def filesystem_limit(asked: int, directory: str) -> Iterator[RoomLimit]:
@@ -111,6 +111,12 @@ def filesystem_limit(asked: int, directory: str) -> Iterator[RoomLimit]:
 
 def _memory_limit(available: int, where: str, remedy: str) -> RoomLimit:
     return RoomLimit(available, where, remedy, advisable=available - available // 10)
+
+
+def memory_limits() -> Iterator[RoomLimit]:
+    """Every limit of memory that holds for this process."""
+    yield from machine_limit()
+    yield from cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
 
 
 def machine_limit() -> Iterator[RoomLimit]:

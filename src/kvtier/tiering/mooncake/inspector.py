@@ -13,17 +13,17 @@ import numpy as np
 
 from kvtier.base import OffloadKey
 from kvtier.config import ConfigError
-from kvtier.config.namespace import DESCRIPTION_BYTES
 from kvtier.seal import SEAL_BYTES
 from kvtier.tiering.base import TierRefused
 from kvtier.tiering.inspection import InspectionRefused
 from kvtier.tiering.mooncake.admin import MasterAdmin
-from kvtier.tiering.mooncake.mover import GONE, NO_MASTER, failure_of
-from kvtier.tiering.mooncake.namespaces import BLOCK_NAME, description_name
+from kvtier.tiering.mooncake.mover import GONE, require_answers, stored_sizes
+from kvtier.tiering.mooncake.namespaces import BLOCK_NAME, description_in, description_name
 from kvtier.tiering.mooncake.options import MooncakeOptions, Protocol
 from kvtier.tiering.mooncake.pool import (
     Client,
     load_library,
+    new_client,
     require_devices,
     require_master,
     require_private_network,
@@ -38,7 +38,6 @@ T = TypeVar("T")
 SCHEME = "mooncake://"
 _IN_QUERY = ("metadata", "hostname", "protocol", "devices", "admin", "allow_public")
 _AT_ONCE = 500
-_BUFFER_BYTES = 1 << 20
 _LARGEST_READ = (1 << 30) + SEAL_BYTES
 """No block is longer. Something else that has the name of a block is not read."""
 
@@ -73,16 +72,7 @@ def plain_client(options: MooncakeOptions) -> Iterator[Client]:
     """A client that lends nothing, for a command. Raises `ServerFailure`."""
     own_address = require_master(options)
     own = options.hostname or own_address
-    client: Client = load_library().MooncakeDistributedStore()
-    code = client.setup(
-        own,
-        options.metadata,
-        0,
-        _BUFFER_BYTES,
-        options.protocol.value,
-        options.devices or "",
-        options.master,
-    )
+    client, code = new_client(load_library(), options, own, segment_bytes=0)
     if code:
         raise ServerFailure(
             FailureKind.REFUSED,
@@ -93,12 +83,6 @@ def plain_client(options: MooncakeOptions) -> Iterator[Client]:
         yield client
     finally:
         client.close()
-
-
-def _require_answers(codes: Sequence[int]) -> None:
-    """Raise `ServerFailure` if the master could not be asked."""
-    if (worst := next((code for code in codes if code in NO_MASTER), None)) is not None:
-        raise failure_of(worst)
 
 
 class _Storage(RemoteStorage):
@@ -135,24 +119,19 @@ class _Storage(RemoteStorage):
             yield from self._described(some)
 
     def _described(self, names: Sequence[str]) -> Iterator[RemoteBlock]:
-        replicas = self._client.batch_get_replica_desc(names)
-        if not replicas:  # all have been evicted, or the master has not answered
-            _require_answers(self._client.batch_is_exist(names))
+        sizes = stored_sizes(self._client, names)
+        if not sizes:  # all have been evicted, or the master has not answered
+            require_answers(self._client.batch_is_exist(names))
         for name in names:
             found = BLOCK_NAME.fullmatch(name)
-            sizes = [
-                each.get_memory_descriptor().buffer_descriptor.size
-                for each in replicas.get(name, ())
-                if each.is_memory_replica()
-            ]
-            if found is None or not sizes:
+            if found is None or name not in sizes:
                 continue  # it has been evicted
-            self._sizes[name] = sizes[0]
+            self._sizes[name] = size = sizes[name][0]
             yield RemoteBlock(
                 place=name,
                 namespace=found["namespace"],
                 key=OffloadKey(bytes.fromhex(found["key"])),
-                num_bytes=sizes[0],
+                num_bytes=size,
                 used_ns=None,
                 is_private=False,
             )
@@ -179,11 +158,10 @@ class _Storage(RemoteStorage):
         return memory.data[: min(code, num_bytes)]
 
     def remove(self, places: Sequence[str]) -> None:
-        _require_answers(self._client.batch_remove(list(places), True))
+        require_answers(self._client.batch_remove(list(places), True))
 
     def description(self, namespace: str) -> bytes | None:
-        content = self._client.get(description_name(namespace))
-        return content if 0 < len(content) <= DESCRIPTION_BYTES else None
+        return description_in(self._client, namespace)
 
     def remove_descriptions(self, namespaces: Sequence[str]) -> None:
         if namespaces:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvtier.base import MetricDefinition, OffloadKey, ReqContext
+from kvtier.base import OffloadKey, ReqContext
 from kvtier.config.sizes import as_size
 from kvtier.tiering.mooncake.mover import MOST_PIECES, MooncakeServer, copied_bytes_of
 from kvtier.tiering.mooncake.options import MooncakeOptions
@@ -24,7 +24,7 @@ from kvtier.tiering.mooncake.pool import (
     require_private_network,
 )
 from kvtier.tiering.remote.errors import ServerErrors, trying_at_start
-from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of
+from kvtier.tiering.remote.manager import RemoteTierManager
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
@@ -107,9 +107,3 @@ class MooncakeSecondaryTierManager(RemoteTierManager):
         from kvtier.tiering.mooncake.trial import trial_pool
 
         return trial_pool(keys, blocks)
-
-    @classmethod
-    def build_metric_definitions(
-        cls, tier_options: Mapping[str, Any]
-    ) -> dict[str, MetricDefinition]:
-        return metrics_of(cls.metric_prefix)

@@ -36,10 +36,10 @@ __all__ = [
     "GONE",
     "MOST_PIECES",
     "MOST_STUCK",
-    "NO_MASTER",
     "MooncakeServer",
     "copied_bytes_of",
-    "failure_of",
+    "require_answers",
+    "stored_sizes",
 ]
 
 MOST_PIECES = 64
@@ -61,7 +61,7 @@ GONE = (-703, -704, -712)
 _LEASE_HAS_ENDED = -707
 """The block arrived, but it may have been evicted while it was read. Its seal tells."""
 _TRANSFER_FAILED = -800
-NO_MASTER = {-1: "an internal error", -900: "no connection", -901: "no answer in time"}
+_NO_MASTER = {-1: "an internal error", -900: "no connection", -901: "no answer in time"}
 
 
 class _Area(NamedTuple):
@@ -127,7 +127,7 @@ class MooncakeServer(BlockServer):
         names = block_names(namespace, keys)
         codes = self._pool.ask(lambda client: client.batch_is_exist(names))
         if len(codes) != len(keys) or min(codes, default=0) < 0:
-            raise failure_of(min(codes, default=0))
+            raise _failure_of(min(codes, default=0))
         return map(bool, codes)
 
     def touch(self, namespace: str, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
@@ -191,9 +191,29 @@ def copied_bytes_of(row_bytes: int, protocol: Protocol) -> int:
     return row_bytes if protocol is Protocol.TCP and row_bytes <= _LARGEST_COPIED else 0
 
 
-def failure_of(code: int) -> ServerFailure:
-    """For a call whose result is this number of `NO_MASTER`."""
-    what = NO_MASTER.get(code, f"error {code}")
+def require_answers(codes: Iterable[int]) -> None:
+    """Raise `ServerFailure` if the results of a call say that the master could not be asked."""
+    for code in codes:
+        if code in _NO_MASTER:
+            raise _failure_of(code)
+
+
+def stored_sizes(client: Client, names: Sequence[str]) -> dict[str, list[int]]:
+    """How long objects are, replica by replica, of those that are in somebody's memory."""
+    found: dict[str, list[int]] = {}
+    for name, replicas in client.batch_get_replica_desc(names).items():
+        sizes = [
+            each.get_memory_descriptor().buffer_descriptor.size
+            for each in replicas
+            if each.is_memory_replica()
+        ]
+        if sizes:
+            found[name] = sizes
+    return found
+
+
+def _failure_of(code: int) -> ServerFailure:
+    what = _NO_MASTER.get(code, f"error {code}")
     kind = FailureKind.SILENT if code == -901 else FailureKind.UNREACHABLE
     return ServerFailure(kind, f"the master cannot be asked: {what}")
 
@@ -233,8 +253,7 @@ class _MooncakeMover(BlockMover):
             self._pool.replace_if_in_doubt(membership, time.monotonic() - began)
         if not is_whole:
             raise ServerFailure(FailureKind.GARBAGE, "the client has answered nothing")
-        if (worst := next((code for code in codes if code in NO_MASTER), 0)) < 0:
-            raise failure_of(worst)
+        require_answers(codes)
         return codes
 
     def _note_failures(self, codes: Iterable[int], expected: Collection[int]) -> None:
@@ -324,15 +343,10 @@ class _MooncakeMover(BlockMover):
         if not keys:
             return []
         names = dict(zip(block_names(transfer.namespace, keys), keys, strict=True))
-        replicas = self._pool.ask(lambda client: client.batch_get_replica_desc(list(names)))
+        sizes = self._pool.ask(lambda client: stored_sizes(client, list(names)))
         found = []
         for name, key in names.items():
-            sizes = {
-                each.get_memory_descriptor().buffer_descriptor.size
-                for each in replicas.get(name, ())
-                if each.is_memory_replica()
-            }
-            if sizes and sizes != {self._block_bytes}:
+            if name in sizes and set(sizes[name]) != {self._block_bytes}:
                 self._tier.refuse_block(SealFailure.LENGTH)
                 found.append(key)
         return found

@@ -14,7 +14,14 @@ from kvtier.config.namespace import DESCRIPTION_BYTES
 from kvtier.tiering.mooncake.pool import Client, Pool
 from kvtier.tiering.remote.namespaces import NamespaceStorage
 
-__all__ = ["BLOCK_NAME", "MooncakeNamespaces", "block_name", "block_names", "description_name"]
+__all__ = [
+    "BLOCK_NAME",
+    "MooncakeNamespaces",
+    "block_name",
+    "block_names",
+    "description_in",
+    "description_name",
+]
 
 _PREFIX = "kvtier:1:"
 """The version of the stored format is part of each name, so that releases with another one neither
@@ -41,6 +48,13 @@ def description_name(namespace: str) -> str:
     return f"{_PREFIX}description:{namespace}"
 
 
+def description_in(client: Client, namespace: str) -> bytes | None:
+    """What has the place of a namespace's description; None if there is nothing, or something too
+    long."""
+    content = client.get(description_name(namespace))
+    return content if 0 < len(content) <= DESCRIPTION_BYTES else None
+
+
 class MooncakeNamespaces(NamespaceStorage):
     """The namespaces of which the pool has descriptions."""
 
@@ -62,8 +76,7 @@ class MooncakeNamespaces(NamespaceStorage):
         return [name for name in names if _NAMESPACE.fullmatch(name)]
 
     def read_description(self, namespace: str) -> bytes | None:
-        content = self._pool.ask(lambda client: client.get(description_name(namespace)))
-        return content if 0 < len(content) <= DESCRIPTION_BYTES else None
+        return self._pool.ask(lambda client: description_in(client, namespace))
 
     def write_description(self, namespace: str, content: bytes) -> None:
         # Two engines that write at once may lose a name. It is written again with later blocks.

@@ -37,7 +37,7 @@ import numpy as np
 
 from kvtier.config.errors import printable
 from kvtier.config.sizes import as_size
-from kvtier.cpu.host_memory import cgroup_limits, machine_limit
+from kvtier.cpu.host_memory import memory_limits
 from kvtier.tiering.base import TierRefused
 from kvtier.tiering.mooncake.options import P2P, MooncakeOptions, Protocol, master_address
 from kvtier.tiering.remote.errors import FailureKind, ServerFailure, TierHasEnded
@@ -48,6 +48,7 @@ __all__ = [
     "Client",
     "Pool",
     "load_library",
+    "new_client",
     "public_addresses",
     "require_devices",
     "require_master",
@@ -213,8 +214,7 @@ def require_devices(options: MooncakeOptions) -> None:
 
 def require_memory(segment_bytes: int) -> None:
     """Raise `TierRefused` if this machine has no room for a segment."""
-    limits = [*machine_limit(), *cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]
-    tightest = min(limits, key=lambda limit: limit.available, default=None)
+    tightest = min(memory_limits(), key=lambda limit: limit.available, default=None)
     if tightest is not None and segment_bytes > tightest.available:
         raise TierRefused(
             f"segment_bytes asks for {as_size(segment_bytes)}, but only "
@@ -285,6 +285,24 @@ def _require_own(hostname: str) -> None:
             f'hostname "{printable(host)}" is not this machine: {error}. Leave hostname out, or '
             "give an address of this machine that other hosts reach",
         ) from None
+
+
+def new_client(
+    library: Any, options: MooncakeOptions, hostname: str, segment_bytes: int
+) -> tuple[Client, int]:
+    """A client that has joined the pool, and the number of the error if the pool does not take it;
+    0: none. Lets no other thread run meanwhile. `library`: that of `load_library`."""
+    client: Client = library.MooncakeDistributedStore()
+    code = client.setup(
+        hostname,
+        options.metadata,
+        segment_bytes,
+        _BUFFER_BYTES,
+        options.protocol.value,
+        options.devices or "",
+        options.master,
+    )
+    return client, code
 
 
 class Membership:
@@ -544,16 +562,7 @@ class Pool:
             # With a metadata server, the client tells others this address. Without the variable, it
             # takes any of the machine's.
             os.environ.setdefault("MC_TCP_BIND_ADDRESS", own_address)
-        client: Client = self._library.MooncakeDistributedStore()
-        code = client.setup(
-            hostname,
-            options.metadata,
-            options.segment_bytes,
-            _BUFFER_BYTES,
-            options.protocol.value,
-            options.devices or "",
-            options.master,
-        )
+        client, code = new_client(self._library, options, hostname, options.segment_bytes)
         if code:
             raise ServerFailure(
                 FailureKind.REFUSED,

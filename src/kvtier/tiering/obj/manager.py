@@ -27,7 +27,7 @@ from kvtier.tiering.obj.options import SCHEMES, ObjOptions
 from kvtier.tiering.obj.runs import blocks_per_run
 from kvtier.tiering.obj.server import ObjServer
 from kvtier.tiering.remote.errors import NotAllowed, ServerErrors, trying_at_start
-from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of, namespace_of
+from kvtier.tiering.remote.manager import RemoteTierManager, namespace_of
 
 if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
@@ -129,7 +129,7 @@ class ObjSecondaryTierManager(RemoteTierManager):
     def build_metric_definitions(
         cls, tier_options: Mapping[str, Any]
     ) -> dict[str, MetricDefinition]:
-        return metrics_of(cls.metric_prefix) | definitions(_GAUGES, _COUNTERS)
+        return super().build_metric_definitions(tier_options) | definitions(_GAUGES, _COUNTERS)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtier.base import (
     Locality,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvtier.base import OffloadingSpec
     from kvtier.tiering.inspection import Report
 
-__all__ = ["LONGEST_KEY", "BlockServer", "RemoteTierManager", "metrics_of", "namespace_of"]
+__all__ = ["LONGEST_KEY", "BlockServer", "RemoteTierManager", "namespace_of"]
 
 LONGEST_KEY = 128
 """Longer keys do not fit into a seal."""
@@ -60,7 +60,7 @@ _FAILURES = {
 }
 
 
-def metrics_of(prefix: str) -> dict[str, MetricDefinition]:
+def _metrics_of(prefix: str) -> dict[str, MetricDefinition]:
     """Definitions of the metrics that every tier on a server has."""
     failures = {f"{prefix}_failures_{kind}": text for kind, text in _FAILURES.items()}
     return definitions(
@@ -358,6 +358,12 @@ class RemoteTierManager(SecondaryTierManager):
                 "made with the tools of its service"
             )
         return None
+
+    @classmethod
+    def build_metric_definitions(
+        cls, tier_options: Mapping[str, Any]
+    ) -> dict[str, MetricDefinition]:
+        return _metrics_of(cls.metric_prefix)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         events, self._events = self._events, []

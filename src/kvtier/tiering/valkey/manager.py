@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvtier.base import MetricDefinition
 from kvtier.tiering.base import TierRefused
 from kvtier.tiering.remote.errors import NotAllowed, ServerErrors, trying_at_start
-from kvtier.tiering.remote.manager import RemoteTierManager, metrics_of
+from kvtier.tiering.remote.manager import RemoteTierManager
 from kvtier.tiering.valkey.mover import ValkeyServer
 from kvtier.tiering.valkey.options import SCHEMES, ValkeyOptions
 from kvtier.tiering.valkey.servers import Servers, connect_to, failure_of
@@ -81,12 +80,6 @@ class ValkeySecondaryTierManager(RemoteTierManager):
         from kvtier.tiering.valkey.trial import trial_server
 
         return trial_server(keys, blocks)
-
-    @classmethod
-    def build_metric_definitions(
-        cls, tier_options: Mapping[str, Any]
-    ) -> dict[str, MetricDefinition]:
-        return metrics_of(cls.metric_prefix)
 
 
 def _servers_of(options: ValkeyOptions) -> Servers:
